@@ -363,6 +363,25 @@ def steps_after_a_backward_that_raised_are_refused() -> None:
         check_parameters(model, plain)
 
 
+@case((NATIVE, MULTIPROCESS), each={"FULL_SHARD": "FULL_SHARD", "NO_SHARD": "NO_SHARD"})
+def several_optimizers_drop_what_a_backward_that_raised_has_left(strategy: str) -> None:
+    model, plain = sharded_and_plain(Broken, sharding_strategy=strategy)
+    for each in (model, plain):
+        parts = [*each.layers, each.head]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in parts]
+        each.breaks = True
+        with pytest.raises(ValueError, match="in backward"):
+            by_backward(each, part(X) if each is model else X)
+        each.breaks = False
+        for _ in range(2):
+            for one in optimizers:
+                one.zero_grad()
+            by_backward(each, part(X) if each is model else X)
+            for one in optimizers:
+                one.step()
+    check_parameters(model, plain)
+
+
 class WritesToOutputs(MLP):
     """Writes to what its units return, which are views, as a linear layer's output for a batch of sequences."""
 

@@ -42,6 +42,8 @@ class ModelStatus:
         self._window_is_open = False
         self._has_failed = False
         self._has_lost_gradients = False
+        self._cleared: set[torch.Tensor] = set()
+        """Parameters whose optimizers have dropped their gradients since a backward has raised."""
         self._has_scaler = False
         self._steps_in_backward: StepInBackward | None = None
 
@@ -140,10 +142,13 @@ class ModelStatus:
     def on_failed_backward(self) -> None:
         """Record that a backward has raised, and has left in the gradients what is not reduced over the devices."""
         self._has_failed = True
+        self._cleared.clear()
 
     def on_lost_gradients(self) -> None:
         """Record that a backward has raised, with which a part of the gradients is lost, also those of a window."""
         self._has_lost_gradients = self._steps_in_backward is None  # else none outlives its backward
+        self._window_is_open = False
+        self._cleared.clear()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None, trained: Sequence[nn.Parameter]) -> bool:
         """Record that gradients are dropped.
@@ -162,7 +167,10 @@ class ModelStatus:
             held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             if not held.issuperset(trained):
                 self._check_no_part_of_a_window(optimizer)
+            self._cleared |= held
+            if not self._cleared.issuperset(trained):
                 return False
+        self._cleared.clear()
         self._window_is_open = self._has_failed = self._has_lost_gradients = False
         return True
 
