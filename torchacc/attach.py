@@ -91,8 +91,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             outside_gradients.compare(optimizer, sharded.engine)
     if closure is None or not models:
         return None
-    averaged = models[0].with_mean_loss(closure)
-    return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
+    closure = _completing_gradients(models, models[0].with_mean_loss(closure))
+    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+
+
+def _completing_gradients(models: Sequence[ShardedModel], closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure of an optimizer's step that raises where it leaves gradients incomplete."""
+
+    @functools.wraps(closure)
+    def run() -> Any:
+        loss = closure()
+        for sharded in models:
+            sharded.status.check_window("optimizer.step()")
+        return loss
+
+    return run
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

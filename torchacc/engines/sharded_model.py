@@ -247,7 +247,8 @@ class ShardedModel(ABC):
         """
         self.status.check_usable()
         self.status.check_optimizer(optimizer)
-        self.status.check_window("optimizer.step()")
+        if not makes_gradients:
+            self.status.check_window("optimizer.step()")
         is_among_first = self._first_steps is not None
         if self._first_steps is not None and self._first_steps.compare():
             self._first_steps = None

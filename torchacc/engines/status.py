@@ -1,6 +1,6 @@
 """What may be done with a sharded model now: whether its weights are there, and whether its gradients are complete."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -41,9 +41,8 @@ class ModelStatus:
         self._is_accumulating = False
         self._window_is_open = False
         self._has_failed = False
-        self._has_lost_gradients = False
-        self._cleared: set[torch.Tensor] = set()
-        """Parameters whose optimizers have dropped their gradients since a backward has raised."""
+        self._lost: set[torch.Tensor] = set()
+        """Parameters of whose gradients a part was lost, until they are dropped."""
         self._has_scaler = False
         self._steps_in_backward: StepInBackward | None = None
 
@@ -137,18 +136,21 @@ class ModelStatus:
     @property
     def has_incomplete_gradients(self) -> bool:
         """Whether the gradients are those of a window that is open, or of a backward that has raised."""
-        return self._window_is_open or self._has_failed or self._has_lost_gradients
+        return self._window_is_open or self._has_failed or bool(self._lost)
 
     def on_failed_backward(self) -> None:
         """Record that a backward has raised, and has left in the gradients what is not reduced over the devices."""
         self._has_failed = True
-        self._cleared.clear()
 
-    def on_lost_gradients(self) -> None:
-        """Record that a backward has raised, with which a part of the gradients is lost, also those of a window."""
-        self._has_lost_gradients = self._steps_in_backward is None  # else none outlives its backward
+    def on_lost_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record that a backward has raised, with which a part of these parameters' gradients is lost."""
+        if self._steps_in_backward is None:  # else none outlives its backward
+            self._lost.update(parameters)
         self._window_is_open = False
-        self._cleared.clear()
+
+    def on_set_gradient(self, parameter: torch.Tensor) -> None:
+        """Record that the script has given a parameter another gradient, or None."""
+        self._lost.discard(parameter)
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None, trained: Sequence[nn.Parameter]) -> bool:
         """Record that gradients are dropped.
@@ -165,13 +167,12 @@ class ModelStatus:
         """
         if optimizer is not None:
             held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            self._lost -= held
             if not held.issuperset(trained):
                 self._check_no_part_of_a_window(optimizer)
-            self._cleared |= held
-            if not self._cleared.issuperset(trained):
                 return False
-        self._cleared.clear()
-        self._window_is_open = self._has_failed = self._has_lost_gradients = False
+        self._window_is_open = self._has_failed = False
+        self._lost.clear()
         return True
 
     def _check_no_part_of_a_window(self, optimizer: torch.optim.Optimizer) -> None:
@@ -222,7 +223,7 @@ class ModelStatus:
         Raises:
             EngineError: They are those of an accumulation window that is still open, or of a backward that has raised.
         """
-        if self._has_lost_gradients:
+        if self._lost:
             raise EngineError(
                 f"{call} after a backward that has raised, with which a part of the gradients is lost: call "
                 "model.zero_grad(), and backward() for each micro-batch again"

@@ -28,6 +28,7 @@ from torchacc.engines.native.gradients import accumulates, take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import FSDPParam, TrainingState
+from torchacc.engines.status import ModelStatus
 from torchacc.errors import EngineError
 from torchacc.launch import progress
 
@@ -51,7 +52,7 @@ class FSDPGroups:
         *,
         float8: Collection[nn.Parameter] = (),
         shard_group: Any = None,
-        on_lost_gradients: Callable[[], None],
+        status: ModelStatus,
     ) -> None:
         """Take over the groups of modules that `fully_shard()` has seen.
 
@@ -62,10 +63,10 @@ class FSDPGroups:
             is_split: Whether several processes take part when a unit is gathered.
             float8: The weights that are gathered in float8.
             shard_group: The process group of those that take part; None where that is each by itself.
-            on_lost_gradients: Called where a backward has raised, and its gradients are dropped.
+            status: The model's.
         """
         self._agree = agree
-        self._on_lost_gradients = on_lost_gradients
+        self._status = status
         self.with_gradient: set[FSDPParam] = set()
         """Parameters that this backward has given a gradient."""
         self._filled_in: dict[FSDPParam, RemovableHandle] = {}
@@ -169,6 +170,7 @@ class FSDPGroups:
 
     def on_set_gradient(self, parameter: torch.Tensor) -> None:
         """Forget what an accumulation window holds of a parameter's gradient."""
+        self._status.on_set_gradient(parameter)
         drop_gradient(self._of_parameter(parameter))
 
     def holds_gradient(self, parameter: torch.Tensor) -> bool:
@@ -179,9 +181,15 @@ class FSDPGroups:
         """Return what stands for a parameter in graphs of the model's forward; None before the first."""
         return getattr(self._of_parameter(parameter), "_unsharded_param", None)
 
-    def abandon_backward(self) -> None:
-        """Forget the backward that runs, before it raises."""
-        self._on_lost_gradients()
+    def abandon_backward(self, *, accumulates: bool = True) -> None:
+        """Forget the backward that runs, before it raises.
+
+        Args:
+            accumulates: Whether it adds to the gradients of parameters; else those of a window are lost alone.
+        """
+        every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
+        lost = [each.sharded_param for each in every if accumulates or has_gradient(each)]
+        self._status.on_lost_gradients(each for each in lost if each.requires_grad)
         self.drop_gradients()
         self._free_unsharded()
 
@@ -274,10 +282,10 @@ class FSDPGroups:
             with no_inference_mode():
                 self._float8.update_scales()
 
-    def end_failed_backward(self) -> None:
+    def end_failed_backward(self, *, accumulates: bool = True) -> None:
         """Forget a backward that has raised, and so was never finished: modules show their shards again."""
         if self._root._is_root is not None and self._root._state_ctx.post_backward_final_callback_queued:
-            self.abandon_backward()
+            self.abandon_backward(accumulates=accumulates)
 
     @contextmanager
     def ending_interrupted(self) -> Iterator[None]:

@@ -245,7 +245,7 @@ class GradientReducer:
             bucket.begin()
         Variable._execution_engine.queue_callback(self._finish)
 
-    def end_failed_backward(self) -> None:
+    def end_failed_backward(self, *, accumulates: bool) -> None:
         """Leave what a backward that has raised has added to the gradients to the next one, as PyTorch does.
 
         Nothing may use the gradients before that has averaged them.

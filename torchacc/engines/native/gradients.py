@@ -32,8 +32,12 @@ from torchacc.parallel.plan import ShardingPlan
 class Backward(Protocol):
     """What takes part in the backward of a model."""
 
-    def end_failed_backward(self) -> None:
-        """Clean up after a backward that has raised, of this model or of another."""
+    def end_failed_backward(self, *, accumulates: bool) -> None:
+        """Clean up after a backward that has raised, of this model or of another.
+
+        Args:
+            accumulates: Whether it was a `backward()`, which adds to the gradients of parameters.
+        """
 
 
 AVERAGE = "_torchacc_average"
@@ -115,7 +119,7 @@ def _run_graph(
     except BaseException:
         if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
             for model in _taking_part:
-                model.end_failed_backward()
+                model.end_failed_backward(accumulates=accumulate_grad)
         raise
     finally:
         _is_kept = outer

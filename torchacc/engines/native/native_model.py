@@ -188,7 +188,7 @@ class NativeModel(ShardedModel):
             is_split,
             float8=[self.model.get_parameter(name) for name in gathered],
             shard_group=self.engine.device_mesh.get_group(Role.SHARD.value) if is_split else None,
-            on_lost_gradients=self.status.on_lost_gradients,
+            status=self.status,
         )
 
     @property

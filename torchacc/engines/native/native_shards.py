@@ -104,7 +104,7 @@ class StageShards(NativeShards):
         )
 
     @cached_property
-    def _place(self) -> int:
+    def _own_place(self) -> int:
         return self.engine.mesh.index(self.engine.job.rank, Role.PIPELINE)
 
     @cached_property
@@ -115,7 +115,7 @@ class StageShards(NativeShards):
         """Return this process's place among those with the same shard, which of a tied parameter are in two stages."""
         index, count = super()._replica_of(local_shard)
         places = self.plan.pipeline.places_of(self._names_of[local_shard.names[0]])
-        own = places.index(self._place) if self._place in places else 0
+        own = places.index(self._own_place) if self._own_place in places else 0
         return index * len(places) + own, count * len(places)
 
     def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
@@ -125,8 +125,8 @@ class StageShards(NativeShards):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""
-        places_of = self.plan.pipeline.places_of
-        return sum(shard.shard_numel for shard in self.values() if self._place in places_of(self._names_of[shard.key]))
+        own = {each.name for each in self.plan.of_stages(self.plan.pipeline.stages_at(self._own_place)).parameters}
+        return sum(shard.shard_numel for shard in self.values() if shard.key in own)
 
 
 @cache

@@ -157,7 +157,7 @@ class StepInBackward:
             self._check_options()
             self._state = _StepState.CONFIRMED
 
-    def end_failed_backward(self) -> None:
+    def end_failed_backward(self, *, accumulates: bool) -> None:
         """Refuse a model of which a backward that has raised has stepped some weights and not all."""
         if self._state is _StepState.IN_BACKWARD:
             self._state = _StepState.CLEARED

@@ -231,7 +231,7 @@ class MultiprocessModel(XlaModel):
     def on_failed_backward(self) -> None:
         """Clean up after a backward that has raised, of this model or of another."""
         if self._collectives.forget_failed_backward():
-            self.status.on_lost_gradients()
+            self.status.on_lost_gradients(each for each in self.model.parameters() if each.requires_grad)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:

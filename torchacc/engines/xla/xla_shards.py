@@ -68,11 +68,11 @@ class SpmdShards(XlaShards):
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         for planned in self.plan.parameters:
-            parameter, share = self.model.get_parameter(planned.name), self.engine.host_shards
+            parameter, host_shards = self.model.get_parameter(planned.name), self.engine.host_shards
             shard = unsharded(planned.name, planned.shape)
-            if share is not None:
+            if host_shards is not None:
                 spec = self._specs[parameter]
-                shard = share.hosts.held(planned.name, planned.shape, spec, self.engine.job.rank)
+                shard = host_shards.hosts.held(planned.name, planned.shape, spec, self.engine.job.rank)
             yield parameter, shard
 
     @cached_property
@@ -108,15 +108,15 @@ class SpmdShards(XlaShards):
         if not self.engine.is_partitioned:
             return super().fetch(tensors)
         self.engine.sync(wait=True)  # shards are only there once they are computed
-        share, found = self.engine.host_shards, local_pieces([tensor.detach() for tensor in tensors])
-        if share is None:
+        host_shards, found = self.engine.host_shards, local_pieces([tensor.detach() for tensor in tensors])
+        if host_shards is None:
             return [joined_pieces(*pair).view(-1) for pair in zip((t.shape for t in tensors), found, strict=True)]
-        return [share.own_elements(pieces, tensor.shape) for tensor, pieces in zip(tensors, found, strict=True)]
+        return [host_shards.own_elements(pieces, tensor.shape) for tensor, pieces in zip(tensors, found, strict=True)]
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is split like a parameter."""
-        share = self.engine.host_shards
-        full = local if share is None else share.with_own_elements(local, self[parameter])
+        host_shards = self.engine.host_shards
+        full = local if host_shards is None else host_shards.with_own_elements(local, self[parameter])
         return self.place_shaped(parameter, full)
 
     def place_shaped(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
