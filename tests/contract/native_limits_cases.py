@@ -382,6 +382,55 @@ def several_optimizers_drop_what_a_backward_that_raised_has_left(strategy: str) 
     check_parameters(model, plain)
 
 
+@case((NATIVE, MULTIPROCESS))
+def windows_after_a_backward_that_raised_before_any_gradient() -> None:
+    """What the window before it had kept is dropped with the rest."""
+    model, plain = sharded_and_plain()
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    with torchacc.accumulate(model):
+        by_backward(model, part(X))
+
+    def fail(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: 1 / 0)
+
+    handle = model.layers[1].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        by_backward(model, part(X))
+    handle.remove()
+    for each, own in ((model, optimizer), (plain, plain_optimizer)):
+        own.zero_grad()
+        by_backward(each, part(X) if each is model else X)
+        own.step()
+    check_parameters(model, plain)
+
+
+class GivesBack(nn.Module):
+    """Has a weight, and returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Idle(MLP):
+    """Has a unit that is called, and whose weight nothing depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.Sequential(GivesBack()))
+
+
+@case([NATIVE])
+def unit_that_returns_its_input_leaves_its_weight_without_gradient() -> None:
+    model, plain = sharded_and_plain(Idle)
+    for each, rows in ((model, part(X)), (plain, X)):
+        by_backward(each, rows)
+    check_gradients(model, plain)
+
+
 class WritesToOutputs(MLP):
     """Writes to what its units return, which are views, as a linear layer's output for a batch of sequences."""
 

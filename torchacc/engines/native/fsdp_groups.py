@@ -93,7 +93,7 @@ class FSDPGroups:
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         for unit, state in zip(units, self._states, strict=True):
-            unit.register_forward_hook(partial(_watch_base, state))
+            unit.register_forward_hook(partial(_watch_base, state), with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
 
@@ -341,14 +341,23 @@ def _note_output(state: Any, module: nn.Module, args: Any, output: Any) -> None:
     state._register_pre_backward_hook(output)
 
 
-def _watch_base(state: Any, module: nn.Module, args: Any, output: Any) -> None:
+def _watch_base(state: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Gather a unit in backward also where its output is a view, as that of a linear layer, that is written to.
 
     PyTorch then computes the gradient of the output's base without that of the output, where FSDP2 waits.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        bases = (leaf._base for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-        state._register_pre_backward_hook([base for base in bases if base is not None and base.grad_fn is not None])
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    views = [leaf for leaf in _tensors(output) if leaf.requires_grad and leaf._base is not None]
+    if views:
+        # The gradient of what the unit was given comes after those of its parameters.
+        given = {id(leaf if leaf._base is None else leaf._base) for leaf in _tensors((args, kwargs))}
+        bases = [leaf._base for leaf in views if leaf._base.grad_fn is not None and id(leaf._base) not in given]
+        state._register_pre_backward_hook(bases)
+
+
+def _tensors(tree: Any) -> Iterator[Any]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _is_in_backward() -> bool:
@@ -356,4 +365,4 @@ def _is_in_backward() -> bool:
 
 
 def _has_graph(output: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+    return any(leaf.requires_grad for leaf in _tensors(output))

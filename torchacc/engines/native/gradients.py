@@ -107,7 +107,9 @@ def _run_graph(
         is_known = any(average is not None for average in averages)
         _num_without_accumulation += 1
         try:
-            found = original(outputs, grad_outputs, *options, inputs, allow_unreachable or is_known, False)
+            found = original(
+                outputs, grad_outputs, *options, inputs, allow_unreachable or is_known, accumulate_grad=False
+            )
         finally:
             _num_without_accumulation -= 1
         if not is_known:

@@ -91,8 +91,18 @@ class Collectives(Reader):
     def make_gatherer(self, parameters: list[GatheredParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters."""
 
-    def forget_failed_backward(self) -> bool:
-        """Drop what a backward that raised has left, and return whether a part of the gradients is lost with it."""
+    def begin_backward(self) -> None:
+        """Record that a backward of the model has begun, from inside of it."""
+
+    def end_failed_backward(self, *, accumulates: bool) -> bool:
+        """Drop what a backward that has raised has left, if it was one of the model.
+
+        Args:
+            accumulates: Whether it was a `backward()`, which adds to the gradients of parameters.
+
+        Returns:
+            Whether a part of the gradients is lost with it.
+        """
         return False
 
     def drop_gradients(self) -> None:

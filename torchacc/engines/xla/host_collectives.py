@@ -34,6 +34,7 @@ class HostCollectives(Collectives):
         self._shards = group.own_subgroup(mesh.groups(Role.SHARD))
         self._replicas = group.own_subgroup(mesh.groups(Role.REPLICATE))
         self._gatherers: list[_HostGatherer] = []
+        self._in_backward = False
         self._is_queued = False
         self._keeps_all = False
 
@@ -94,12 +95,22 @@ class HostCollectives(Collectives):
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
-    def forget_failed_backward(self) -> bool:
-        """Drop what a backward that raised has left: autograd has dropped the reduction that it was to end with."""
-        was_queued, self._is_queued = self._is_queued, False
-        if was_queued:
+    def begin_backward(self) -> None:
+        """Record that a backward of the model has begun: it may raise before it has a gradient of any parameter."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def end_failed_backward(self, *, accumulates: bool) -> bool:
+        """Drop the gradients that have not been reduced: autograd has dropped the callbacks of the backward's end."""
+        is_lost = accumulates and (self._in_backward or self._is_queued)
+        self._in_backward = self._is_queued = False
+        if is_lost:
             self.drop_gradients()
-        return was_queued
+        return is_lost
 
     def drop_gradients(self) -> None:
         """Drop the full gradients that have not been reduced."""

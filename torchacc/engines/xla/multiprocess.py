@@ -228,9 +228,14 @@ class MultiprocessModel(XlaModel):
         output = super()._run(inner, args, kwargs)
         return average_scalars(output, self._collectives.average)
 
-    def on_failed_backward(self) -> None:
+    def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._collectives.begin_backward())
+        return super()._watch_backward(output)
+
+    def end_failed_backward(self, *, accumulates: bool) -> None:
         """Clean up after a backward that has raised, of this model or of another."""
-        if self._collectives.forget_failed_backward():
+        if self._collectives.end_failed_backward(accumulates=accumulates):
             self.status.on_lost_gradients(each for each in self.model.parameters() if each.requires_grad)
 
     @contextmanager
@@ -276,14 +281,14 @@ def _watch_graphs() -> None:
     torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_graph))
 
 
-def _run_graph(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_graph(original: Callable[..., Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
     """Run a graph of autograd's; say where an unsharded gradient comes from that does not fit a shard."""
     try:
-        return original(*args, **kwargs)
+        return original(*args, accumulate_grad=accumulate_grad, **kwargs)
     except BaseException as error:
         if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
             for model in _models:
-                model.on_failed_backward()
+                model.end_failed_backward(accumulates=accumulate_grad)
         if not isinstance(error, RuntimeError) or "returned an invalid gradient at index" not in str(error):
             raise
         raise EngineError(
