@@ -303,6 +303,9 @@ def backward_that_raises_amid_its_steps_leaves_no_usable_model() -> None:
     hook.remove()
     with pytest.raises(EngineError, match="some of its weights had stepped already"):
         model(part(X))
+    model.load_state_dict(expected)
+    with pytest.raises(EngineError, match="load the optimizer's state of a checkpoint"):
+        model(part(X))
     torchacc.checkpoint.load(path, model=model, optimizer=optimizer)
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
     optimizer.zero_grad()

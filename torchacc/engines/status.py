@@ -18,12 +18,7 @@ _NO_WEIGHTS = (
     "from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
     "torchacc.deferred_init() instead"
 )
-
-
-_PARTLY_STEPPED = (
-    "a backward has raised when some of its weights had stepped already, and others had not (memory.step_in_backward): "
-    "load a checkpoint"
-)
+_WEIGHTS, _OPTIMIZER_STATE = "the weights", "the optimizer's state"
 
 
 class ModelStatus:
@@ -36,6 +31,8 @@ class ModelStatus:
             has_weights: Whether its weights are there, and not to be loaded yet.
         """
         self._unusable = None if has_weights else _NO_WEIGHTS
+        self._partly_stepped: list[str] = []
+        """What of the model and its optimizer is of two steps, until it is loaded."""
         self._incomplete: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that a load has failed for."""
         self._is_accumulating = False
@@ -63,6 +60,12 @@ class ModelStatus:
         self.check_complete()
         if self._unusable is not None:
             raise EngineError(f"the model cannot run, step or be saved: {self._unusable}")
+        if self._partly_stepped:
+            raise EngineError(
+                "the model cannot run, step or be saved: a backward has raised when some of its weights had stepped "
+                "already, and others had not (memory.step_in_backward): load "
+                f"{' and '.join(self._partly_stepped)} of a checkpoint"
+            )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer's state is complete.
@@ -95,15 +98,17 @@ class ModelStatus:
 
     def mark_partly_stepped(self) -> None:
         """Record that a backward has raised that steps weights, when it had stepped some of them."""
-        self._unusable = _PARTLY_STEPPED
+        self._partly_stepped = [_WEIGHTS, _OPTIMIZER_STATE]
 
     def mark_weights_loaded(self) -> None:
         """Record that all weights have been loaded."""
         self._unusable = None
+        self._partly_stepped = [each for each in self._partly_stepped if each != _WEIGHTS]
 
     def mark_optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that all of an optimizer's state has been loaded."""
         self._incomplete.discard(optimizer)
+        self._partly_stepped = [each for each in self._partly_stepped if each != _OPTIMIZER_STATE]
 
     # ---- Losses and gradients
 
