@@ -90,9 +90,8 @@ class FSDPGroups:
         self._float8 = self._gather_in_float8(float8, shard_group) if float8 else None
         _install()
         take_part_in_backward(self)
-        for unit in units:
-            unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         for unit, state in zip(units, self._states, strict=True):
+            unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
             unit.register_forward_hook(partial(_watch_base, state), with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
@@ -101,8 +100,8 @@ class FSDPGroups:
         from torchacc.engines.patches.float8_gather import Float8Gathers
 
         weights = set(map(id, float8))
-        every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
-        return Float8Gathers([each for each in every if id(each.sharded_param) in weights], shard_group)
+        own = [each for each in self._all_parameters() if id(each.sharded_param) in weights]
+        return Float8Gathers(own, shard_group)
 
     def versions(self) -> list[tuple[int, int]]:
         """Return how often each parameter has been written to, as far as PyTorch knows."""
@@ -187,8 +186,7 @@ class FSDPGroups:
         Args:
             accumulates: Whether it adds to the gradients of parameters; else those of a window are lost alone.
         """
-        every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
-        lost = [each.sharded_param for each in every if accumulates or has_gradient(each)]
+        lost = [each.sharded_param for each in self._all_parameters() if accumulates or has_gradient(each)]
         self._status.on_lost_gradients(each for each in lost if each.requires_grad)
         self.drop_gradients()
         self._free_unsharded()
@@ -217,7 +215,7 @@ class FSDPGroups:
 
     def _compare_backwards(self, agree: Agree) -> None:
         """Check that all processes have run the same units, and take zeros back where none has a gradient."""
-        every = [parameter for group in self._all_groups() for parameter in group.fsdp_params]
+        every = list(self._all_parameters())
         ran = self._gathered
         largest, negated, *used = agree([ran, -ran, *(int(each in self.with_gradient) for each in every)])
         without = {each for each, is_used in zip(every, used, strict=True) if not is_used}
@@ -245,13 +243,15 @@ class FSDPGroups:
     def _of_parameter(self, parameter: torch.Tensor) -> FSDPParam:
         found = self._by_parameter.get(id(parameter))
         if found is None or found.sharded_param is not parameter:
-            every = (each for group in self._all_groups() for each in group.fsdp_params)
-            self._by_parameter = {id(each.sharded_param): each for each in every}
+            self._by_parameter = {id(each.sharded_param): each for each in self._all_parameters()}
             found = self._by_parameter[id(parameter)]
         return found
 
     def _all_groups(self) -> Iterator[FSDPGroup]:
         return (state._fsdp_param_group for state in self._states if state._fsdp_param_group is not None)
+
+    def _all_parameters(self) -> Iterator[FSDPParam]:
+        return (parameter for group in self._all_groups() for parameter in group.fsdp_params)
 
     def _prepare(self) -> None:
         with no_inference_mode():

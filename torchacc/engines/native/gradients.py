@@ -7,13 +7,13 @@ own gradients, which are averaged here.
 import functools
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchacc.engines.failed_backwards import Backward, clean_up_after
 from torchacc.engines.native.shard_arithmetic import (
     OWNER,
     full_tensor,
@@ -28,22 +28,9 @@ from torchacc.errors import EngineError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
 
-
-class Backward(Protocol):
-    """What takes part in the backward of a model."""
-
-    def end_failed_backward(self, *, accumulates: bool) -> None:
-        """Clean up after a backward that has raised, of this model or of another.
-
-        Args:
-            accumulates: Whether it was a `backward()`, which adds to the gradients of parameters.
-        """
-
-
 AVERAGE = "_torchacc_average"
 """The attribute by which a parameter that each device has as a whole knows how to average a tensor over the devices."""
 
-_taking_part: WeakSet[Backward] = WeakSet()
 _num_without_accumulation = 0
 """How many graphs run now that `torch.autograd.grad()` has asked for."""
 _is_kept = False
@@ -52,7 +39,7 @@ _is_kept = False
 
 def take_part_in_backward(model: Backward) -> None:
     """Register a model for backward: map parameters in `inputs=` to unsharded weights; clean up where it raises."""
-    _taking_part.add(model)
+    clean_up_after(model)
     _patch()
 
 
@@ -118,11 +105,6 @@ def _run_graph(
         if not allow_unreachable:
             _check_used(means)
         return means
-    except BaseException:
-        if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
-            for model in _taking_part:
-                model.end_failed_backward(accumulates=accumulate_grad)
-        raise
     finally:
         _is_kept = outer
 

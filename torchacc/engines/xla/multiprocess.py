@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torchacc.config import Config
 from torchacc.engines.clipping import register_total_norm
 from torchacc.engines.device_losses import average_scalars
+from torchacc.engines.failed_backwards import clean_up_after
 from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.patches import model_patches, torch_patches
 from torchacc.engines.sample_rows import SampleGatherer
@@ -34,8 +34,6 @@ from torchacc.parallel.plan import ShardingPlan, Unit
 from torchacc.parallel.sharding import RowLayout
 
 _log = get_logger(__name__)
-
-_models: "WeakSet[MultiprocessModel]" = WeakSet()
 
 # These compute with full weights (means of rows, norms), and would silently take a shard for one.
 _NOT_ELEMENTWISE = {
@@ -153,8 +151,8 @@ class MultiprocessModel(XlaModel):
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Cut the parameters into shards and install the hooks that gather them."""
-        _watch_graphs()
-        _models.add(self)
+        _explain_gradients()
+        clean_up_after(self)
         self._gatherers: list[ParameterGatherer] = []
         self._collectives = self.engine.make_collectives()
         self._collectives.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
@@ -277,19 +275,16 @@ class MultiprocessModel(XlaModel):
 
 
 @functools.cache
-def _watch_graphs() -> None:
+def _explain_gradients() -> None:
     torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_graph))
 
 
-def _run_graph(original: Callable[..., Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+def _run_graph(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a graph of autograd's; say where an unsharded gradient comes from that does not fit a shard."""
     try:
-        return original(*args, accumulate_grad=accumulate_grad, **kwargs)
-    except BaseException as error:
-        if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
-            for model in _models:
-                model.end_failed_backward(accumulates=accumulate_grad)
-        if not isinstance(error, RuntimeError) or "returned an invalid gradient at index" not in str(error):
+        return original(*args, **kwargs)
+    except RuntimeError as error:
+        if "returned an invalid gradient at index" not in str(error):
             raise
         raise EngineError(
             f"{str(error).splitlines()[0]}. Was that autograd.Function given a parameter outside of the forward of the "
